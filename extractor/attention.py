@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor, nn
+
 from permafrost.extractor.model import quiet_transformers
 from permafrost.kernels.attention import Packing, packed_attention
-from torch import Tensor, nn
 
 NAME = "permafrost_packed"
 # What models pass along that says nothing about the scores.

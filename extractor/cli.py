@@ -175,9 +175,10 @@ def _verify(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     from pathlib import Path
 
+    from tqdm import tqdm
+
     from permafrost.extractor.report import size
     from permafrost.extractor.verify import verify
-    from tqdm import tqdm
 
     hidden = arguments.quiet or not sys.stderr.isatty()
     with tqdm(unit=" rows", unit_scale=True, file=sys.stderr, disable=hidden, leave=False) as bar:
@@ -242,8 +243,10 @@ def _fetch(argv: list[str]) -> int:
 def _quiet_libraries() -> None:
     """Keep other libraries' warnings and bars out of the terminal; ours says what matters."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    import huggingface_hub.utils.logging as hub_logging
     import transformers
 
+    hub_logging.set_verbosity_error()  # else a line for each of its five tries where there is no network
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 

@@ -16,6 +16,7 @@ import numcodecs.blosc
 import numpy as np
 from numcodecs import Blosc, Zstd
 from numpy.typing import NDArray
+
 from permafrost.extractor.durable import Buffer
 from permafrost.extractor.errors import DamageError
 from permafrost.extractor.shards import Shard

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
+
 from permafrost.extractor.errors import UsageError
 from permafrost.kernels import Pool
 

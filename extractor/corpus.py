@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+
 from permafrost.extractor.errors import InputError, UsageError
 from permafrost.extractor.fingerprint import fingerprint_files
 from permafrost.extractor.formats import BATCH, SUFFIXES, FileReader, Rows, open_file, require_text
@@ -69,7 +71,7 @@ NAMED = {
     "snli": NamedSet(
         "SNLI: 570,000 premise and hypothesis pairs with labels",
         "CC BY-SA 4.0",
-        {"train": "snli/snli-train*.tsv*", "triplets": "snli/triplets*.csv*"},
+        {split: f"snli/snli-{split}*.tsv*" for split in ("train", "dev", "test")} | {"triplets": "snli/triplets*.csv*"},
         "stanfordnlp/snli",
         {"dev": "validation"},
     ),
@@ -219,6 +221,7 @@ def _open_hub(name: str, path: str, split: str | None) -> Corpus:
     import datasets
 
     path, _, part = path.partition(":")
+    print(f"loading {path} from the hub or its cache", file=sys.stderr, flush=True)
     try:
         dataset = datasets.load_dataset(path, part or None, split=split or "train")
     except Exception as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from permafrost.extractor.config import ExtractConfig
 from permafrost.extractor.engine import Engine
 from permafrost.extractor.plan import Plan, make_plan

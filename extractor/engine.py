@@ -15,6 +15,8 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
 from permafrost.extractor.attention import packed, packed_implementation
 from permafrost.extractor.hooks import Runner, capture
 from permafrost.extractor.model import FrozenModel
@@ -25,7 +27,6 @@ from permafrost.extractor.transfer import Slab
 from permafrost.kernels import Pool
 from permafrost.kernels.attention import Packing, uses_varlen
 from permafrost.kernels.gather import gather
-from torch import Tensor
 
 Mode = Literal["packed", "equal"]
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from permafrost.extractor.errors import InputError
 
 BATCH = 16384

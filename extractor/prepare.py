@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from permafrost.extractor.codec import encode_flat
 from permafrost.extractor.corpus import Corpus
 from permafrost.extractor.dedup import DigestIndex, digest

@@ -6,8 +6,9 @@ import sys
 import threading
 import time
 
-from permafrost.extractor.worker import Progress
 from tqdm import tqdm
+
+from permafrost.extractor.worker import Progress
 
 LINE_EVERY = 30.0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from permafrost.extractor.codec import decode_chunk, read_flat, read_index
 from permafrost.extractor.errors import DamageError, UsageError
 from permafrost.extractor.shards import BLOCK_ROWS, Shard

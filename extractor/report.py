@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
+
 from permafrost.extractor.reader import Store
 from permafrost.extractor.shards import BLOCK_ROWS
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from permafrost.extractor.config import SITES, ExtractConfig
 from permafrost.extractor.durable import TEMP_SUFFIX
 from permafrost.extractor.engine import Engine, Wanted
@@ -27,7 +28,7 @@ from permafrost.extractor.parity import Parity, check_parity, check_sentences
 from permafrost.extractor.plan import Plan, commit, differences, machine, make_plan, versions
 from permafrost.extractor.prepare import Sentence, prepare, read_sample
 from permafrost.extractor.progress import ProgressBar, say
-from permafrost.extractor.shards import Shard, ranges
+from permafrost.extractor.shards import Shard, ranges, shards_left
 from permafrost.extractor.sites import find_points
 from permafrost.extractor.store import (
     FORMAT,
@@ -102,7 +103,7 @@ def _fill(plan: Plan, attributes: dict[str, Any], seconds: dict[str, float], sum
     """Compute the shards that are left and complete the store; fills in the summary."""
     store, layout = plan.out, Layout.from_dict(attributes["layout"])
     done = [shard for shard in layout.shards if is_done(store, layout, shard)]
-    left = [shard for shard in layout.shards if shard not in done]
+    left = shards_left(layout.rows, layout.shard_rows, {shard.index for shard in done})
     if done:
         say(f"going on with {store}: {len(done)} of {len(layout.shards)} shards are done")
     if left:

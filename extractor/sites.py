@@ -18,11 +18,12 @@ from itertools import permutations
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
+
 from permafrost.extractor.errors import InputError, UsageError
 from permafrost.extractor.hooks import hidden_of
 from permafrost.extractor.layers import EMBED, FINAL
 from permafrost.extractor.model import FrozenModel
-from torch import Tensor, nn
 
 PROBE_TOKENS = 5
 

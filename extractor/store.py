@@ -26,11 +26,12 @@ import numpy as np
 import zarr
 import zarr.codecs
 import zarr.errors
+from zarr.core.buffer import default_buffer_prototype
+from zarr.storage import MemoryStore
+
 from permafrost.extractor.durable import write_durable
 from permafrost.extractor.errors import InputError
 from permafrost.extractor.shards import BLOCK_ROWS, Shard, all_shards
-from zarr.core.buffer import default_buffer_prototype
-from zarr.storage import MemoryStore
 
 FORMAT = 1
 SENTENCES = "sentences.parquet"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
 from permafrost.extractor.errors import InputError, UsageError
 from permafrost.extractor.fingerprint import fingerprint_text
 

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zarr
+
 from permafrost.extractor.codec import decode_chunk, read_flat, read_index
 from permafrost.extractor.errors import DamageError
 from permafrost.extractor.prepare import ROLES, read_sentences

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from permafrost.extractor.engine import Engine
 from permafrost.extractor.errors import PermafrostError
 from permafrost.extractor.prepare import read_sentences

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from permafrost.extractor.codec import encode_flat, encode_shard, read_flat, read_index
 from permafrost.extractor.dedup import digest
 from permafrost.extractor.durable import write_durable, write_json

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from permafrost.kernels import POOLS, Pool
 from permafrost.kernels.gather_naive import gather_naive
-from torch import Tensor
 
 if TYPE_CHECKING:
     triton: Any = None

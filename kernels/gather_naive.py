@@ -9,8 +9,9 @@ Shapes: `T` packed tokens, `S` sentences, `D` width, `B` row blocks of the slab,
 from __future__ import annotations
 
 import torch
-from permafrost.kernels import Pool
 from torch import Tensor
+
+from permafrost.kernels import Pool
 
 
 def first_kept(bounds: Tensor, skip_first: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Settings that must stand before torch, triton and transformers are imported, and what many tests share."""
+"""What many tests share, and the environment they run in."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read by the hub's client when it is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
+import tiny_models
 import torch
 
 GPU = torch.cuda.is_available()
 if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-
-import tiny_models
+    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when our kernels are
 
 Extract = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -40,8 +39,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def command() -> list[str]:
-    """How tests start `extract`: the module, so that no script need be on the PATH."""
-    return [sys.executable, "-m", "permafrost.extractor.cli"]
+    """How tests start `extract`: the module, without the working folder (and its `kernels`) on the path."""
+    return [sys.executable, "-P", "-m", "permafrost.extractor.cli"]
 
 
 @pytest.fixture
