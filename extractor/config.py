@@ -187,8 +187,10 @@ def load_config(flags: dict[str, Any], file: str | None = None) -> ExtractConfig
     for name, value in merged.items():
         if isinstance(known[name].default, tuple):
             merged[name] = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-        elif name in ("layers", "shard_size", "revision") and isinstance(value, int) and not isinstance(value, bool):
+        elif name in ("layers", "shard_size", "revision") and type(value) is int:
             merged[name] = str(value)
+        elif name == "bos" and type(value) is bool:  # YAML's reading of yes and no
+            merged[name] = "yes" if value else "no"
     return ExtractConfig(**merged)
 
 

@@ -126,6 +126,8 @@ class Corpus:
         for name in asked:
             if name not in names:
                 raise InputError(f"{self.name} has no column {name!r}; it has {', '.join(names)}")
+        if not names:
+            raise InputError(f"{self.name} is empty")
         if asked:
             return asked
         if len(names) == 1:
@@ -163,7 +165,10 @@ def _conform(table: pa.Table, schema: pa.Schema, path: Path | None) -> pa.Table:
     columns = []
     for column in schema:
         if column.name in table.column_names:
-            columns.append(table.column(column.name).cast(column.type))
+            try:
+                columns.append(table.column(column.name).cast(column.type))
+            except pa.ArrowInvalid as error:
+                raise InputError(f"{path}: column {column.name!r} does not go with the other files': {error}") from None
         elif column.name == "file" and path is not None:
             columns.append(pa.array([path.name] * table.num_rows, pa.string()))
         else:
@@ -187,7 +192,9 @@ def _find_files(name: str, split: str | None) -> list[Path]:
         known = ", ".join(NAMED)
         raise InputError(f"unknown corpus {name!r}: no such file or folder, and none of the named sets ({known})")
     if split is not None:
-        found = [p for p in found if re.search(rf"(?<![^\W_]){re.escape(split)}(?![^\W_])", p.name)]
+        word = re.compile(rf"(?<![^\W_]){re.escape(split)}(?![^\W_])")
+        root = path if path.is_dir() else path.parent
+        found = [p for p in found if word.search(os.path.relpath(p, root))]
         what += f", split {split},"
     if not found:
         raise InputError(f"{what} holds no file of {', '.join(SUFFIXES)}")

@@ -25,11 +25,12 @@ from permafrost.extractor.errors import InputError
 
 BATCH = 16384
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
-Kind = Literal["null", "bool", "int", "float", "string", "json"]
+Kind = Literal["null", "bool", "int", "long", "float", "string", "json"]
 _ARROW = {
     "null": pa.null(),
     "bool": pa.bool_(),
-    "int": pa.int64(),
+    "int": pa.int64(),  # within what a float holds exactly
+    "long": pa.int64(),
     "float": pa.float64(),
     "string": pa.string(),
     "json": pa.string(),
@@ -52,6 +53,9 @@ class FileReader:
 
     def batches(self, texts: tuple[str, ...]) -> Iterator[Rows]:
         """Stream the file: the named columns' cells as Python objects, and all columns as a table."""
+        for name in texts:
+            if name not in self.schema.names:
+                raise InputError(f"{self.path} has no column {name!r}; it has {', '.join(self.schema.names)}")
         if self.kind == ".parquet":
             yield from self._parquet(texts)
         elif self.kind == ".jsonl":
@@ -114,7 +118,8 @@ def open_file(path: Path, columns: dict[str, pa.DataType] | None = None) -> File
 def require_text(where: object, column: pa.Field) -> None:
     """Raise unless the column's type holds text (or nothing but nulls)."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    if not any(test(kind) for test in tests):
         raise InputError(f"{where}: column {column.name!r} is {column.type}, expected text")
 
 
@@ -174,10 +179,12 @@ def json_records(path: Path) -> Iterator[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(record, dict):
             raise InputError(f'{path}, line {number}: expected an object, as {{"text": …}}')
+        if not all(map(is_encodable, record)):
+            raise InputError(f"{path}, line {number}: a key that UTF-8 cannot hold (half a surrogate pair)")
         yield record
 
 
@@ -199,7 +206,7 @@ def _json_kind(value: Any) -> Kind:
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
-        return "int" if -(2**63) <= value < 2**63 else "json"
+        return "int" if abs(value) <= 2**53 else "long" if -(2**63) <= value < 2**63 else "json"
     if isinstance(value, float):
         return "float"
     return "string" if isinstance(value, str) else "json"
@@ -208,6 +215,8 @@ def _json_kind(value: Any) -> Kind:
 def _wider(a: Kind, b: Kind) -> Kind:
     if "null" in (a, b):
         return a if b == "null" else b
+    if {a, b} == {"int", "long"}:
+        return "long"
     return "float" if {a, b} == {"int", "float"} else "json"
 
 

@@ -47,20 +47,34 @@ class Batch:
 
 
 def pack(lengths: Ints, budget: int) -> list[Batch]:
-    """Contiguous rows of near-equal token counts, ceil(tokens ÷ budget) batches where rows allow it, none above it."""
+    """As few batches of contiguous rows as the budget allows, none above it, of near-equal token counts.
+
+    The first pass fills each batch to the brim, which needs the fewest; then each edge moves as near to an equal share
+    as it may without making one more necessary. Cost: O(batches · log rows).
+    """
     _check(lengths, budget)
-    ends = np.cumsum(lengths)
-    total = int(ends[-1])
-    count = -(-total // budget)
-    while True:
-        # Cut where the running total is nearest to an equal share.
-        share = total * np.arange(1, count) / count
-        cuts = np.searchsorted(ends - lengths / 2, share)
-        edges = np.unique(np.concatenate([[0], cuts, [len(lengths)]]))
-        batches = [_by_length(np.arange(a, b), lengths) for a, b in pairwise(edges)]
-        if all(batch.tokens <= budget for batch in batches):
-            return batches
-        count += 1
+    ends = np.concatenate([[0], np.cumsum(lengths)])  # tokens before each edge
+    latest = [0]
+    while latest[-1] < len(lengths):
+        latest.append(_edge_after(ends, latest[-1], budget))
+    count = len(latest) - 1
+    earliest = [len(lengths)]
+    for _ in range(count):
+        earliest.append(int(np.searchsorted(ends, ends[earliest[-1]] - budget)))
+    earliest.reverse()
+    middles = ends[:-1] + lengths / 2
+    edges = [0]
+    for k in range(1, count):
+        nearest = int(np.searchsorted(middles, ends[-1] * k / count))
+        low, high = max(earliest[k], edges[-1] + 1), min(latest[k], _edge_after(ends, edges[-1], budget))
+        edges.append(min(max(nearest, low), high))
+    edges.append(len(lengths))
+    return [_by_length(np.arange(a, b), lengths) for a, b in pairwise(edges)]
+
+
+def _edge_after(ends: Ints, edge: int, budget: int) -> int:
+    """The last edge that a batch from this one can reach."""
+    return int(np.searchsorted(ends, ends[edge] + budget, side="right")) - 1
 
 
 def pack_equal(lengths: Ints, budget: int) -> list[Batch]:

@@ -21,10 +21,10 @@ from permafrost.extractor.engine import Engine, Mode, Wanted
 from permafrost.extractor.errors import PermafrostError
 from permafrost.extractor.hooks import capture
 from permafrost.extractor.model import FrozenModel
-from permafrost.extractor.prepare import Sentence
 from permafrost.extractor.reader import decode_floats
 from permafrost.extractor.shards import rows_per_shard
 from permafrost.extractor.store import Layout
+from permafrost.extractor.tables import Sentence
 from permafrost.extractor.tokens import Encoded, TextEncoder
 from permafrost.extractor.transfer import Slab, stored_view
 from permafrost.kernels.gather_naive import pool_naive

@@ -22,9 +22,10 @@ from permafrost.extractor.corpus import Corpus, open_corpus
 from permafrost.extractor.errors import InputError, UsageError
 from permafrost.extractor.layers import parse_layers
 from permafrost.extractor.model import ModelFiles, find_model, load_tokenizer
-from permafrost.extractor.prepare import Selection, select
+from permafrost.extractor.prepare import select
 from permafrost.extractor.shards import rows_per_shard
 from permafrost.extractor.store import FORMAT, STORED, Layout
+from permafrost.extractor.tables import Selection
 from permafrost.extractor.tokens import TextEncoder, template_fields
 
 DEFAULT_MAX_TOKENS = 512

@@ -26,7 +26,7 @@ from permafrost.extractor.errors import InputError, PermafrostError
 from permafrost.extractor.model import load_model
 from permafrost.extractor.parity import Parity, check_parity, check_sentences
 from permafrost.extractor.plan import Plan, commit, differences, machine, make_plan, versions
-from permafrost.extractor.prepare import Sentence, prepare, read_sample
+from permafrost.extractor.prepare import prepare
 from permafrost.extractor.progress import ProgressBar, say
 from permafrost.extractor.shards import Shard, ranges, shards_left
 from permafrost.extractor.sites import find_points
@@ -41,6 +41,7 @@ from permafrost.extractor.store import (
     create_metadata,
     read_attributes,
 )
+from permafrost.extractor.tables import Sentence, read_sample
 from permafrost.extractor.transfer import TORCH_DTYPES
 from permafrost.extractor.worker import Worker, prove_budget
 from permafrost.extractor.writer import is_done, read_record

@@ -86,12 +86,12 @@ class TextEncoder:
         """Token ids of the sentences; raises InputError where one has none."""
         if self.template == "{text}":
             bodies = self._ids(list(texts))
-            cut = np.array([len(body) > self._room for body in bodies])
+            cut = np.array([len(body) > self._room for body in bodies], np.bool_)
             bodies = [body[: self._room] for body in bodies]
         else:
             named = [dict(zip(self.fields, values, strict=True)) for values in fields] or [{} for _ in texts]
             bodies = self._ids([render(self.template, t, f) for t, f in zip(texts, named, strict=True)])
-            cut = np.array([len(body) > self._room for body in bodies])
+            cut = np.array([len(body) > self._room for body in bodies], np.bool_)
             for i in np.flatnonzero(cut).tolist():
                 bodies[i] = self._shorten(texts[i], named[i], bodies[i])
         for text, body in zip(texts, bodies, strict=True):
@@ -129,6 +129,8 @@ class TextEncoder:
             else:
                 over = keep
             guess = (fits + over) // 2
+        if not fits:
+            raise InputError(f"of the text {text!r} nothing fits --max-tokens {self.max_tokens} within the template")
         return best
 
     def _special_tokens(self, bos: str) -> tuple[list[int], list[int]]:

@@ -19,10 +19,10 @@ import zarr
 
 from permafrost.extractor.codec import decode_chunk, read_flat, read_index
 from permafrost.extractor.errors import DamageError
-from permafrost.extractor.prepare import ROLES, read_sentences
 from permafrost.extractor.reader import Store, decode_floats
 from permafrost.extractor.shards import BLOCK_ROWS, Shard
 from permafrost.extractor.store import LINES, PAIR_CHUNK, ROW_ARRAYS, SENTENCES, row_chunk_path, shard_path
+from permafrost.extractor.tables import ROLES, read_sentences
 from permafrost.extractor.writer import read_record, text_hashes
 
 

@@ -19,9 +19,9 @@ import torch
 
 from permafrost.extractor.engine import Engine
 from permafrost.extractor.errors import PermafrostError
-from permafrost.extractor.prepare import read_sentences
 from permafrost.extractor.shards import Shard
 from permafrost.extractor.store import Layout
+from permafrost.extractor.tables import read_sentences
 from permafrost.extractor.tokens import Encoded, TextEncoder
 from permafrost.extractor.transfer import Ring, Slab
 from permafrost.extractor.writer import ShardRows, write_shard

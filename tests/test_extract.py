@@ -154,7 +154,7 @@ def test_blocks_past_the_last_wanted_one_are_not_run(tmp_path: Path) -> None:
             block.mlp.c_proj.bias.fill_(torch.nan)
     model.save_pretrained(folder)
     corpus = write_lines(tmp_path / "corpus.txt", TEXTS)
-    config = {"corpus": str(corpus), "model": str(folder), "quiet": True}
+    config: dict[str, Any] = {"corpus": str(corpus), "model": str(folder), "quiet": True}
     assert run(ExtractConfig(**config, layers="0-1", out=str(tmp_path / "a.zarr"))).state == "complete"
     ran: list[int] = []
     hook = torch.nn.modules.module.register_module_forward_hook(
@@ -171,7 +171,7 @@ def test_blocks_past_the_last_wanted_one_are_not_run(tmp_path: Path) -> None:
 def test_half_precision_stores_round_the_float32_numbers(dtype: Any, tmp_path: Path) -> None:
     folder = tiny_models.save(tmp_path / "gpt2")
     corpus = write_lines(tmp_path / "corpus.txt", TEXTS)
-    config = {"corpus": str(corpus), "model": str(folder), "quiet": True}
+    config: dict[str, Any] = {"corpus": str(corpus), "model": str(folder), "quiet": True}
     run(ExtractConfig(**config, out=str(tmp_path / "full.zarr")))
     run(ExtractConfig(**config, out=str(tmp_path / "half.zarr"), dtype=dtype))
     full, half = Store(tmp_path / "full.zarr").read(), Store(tmp_path / "half.zarr").read()
@@ -201,7 +201,7 @@ def test_the_mean_and_the_sum_have_the_same_direction(tmp_path: Path) -> None:
     vectors = []
     for pool in ("mean", "sum"):
         out = str(tmp_path / f"{pool}.zarr")
-        run(ExtractConfig(corpus=str(corpus), model=str(folder), pool=pool, out=out, quiet=True))  # type: ignore[arg-type]
+        run(ExtractConfig(corpus=str(corpus), model=str(folder), pool=pool, out=out, quiet=True))
         read = Store(out).read().astype(np.float64)
         vectors.append(read / np.linalg.norm(read, axis=-1, keepdims=True))
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-6)

@@ -104,7 +104,7 @@ def test_a_value_that_is_not_finite_is_found_on_the_card(tmp_path: Path) -> None
     from permafrost.extractor.errors import PermafrostError
 
     folder = tiny_models.save(tmp_path / "gpt2", "gpt2", **SHAPES["gpt2"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.transformer.h[2].mlp.c_proj.bias[5] = 1e6
     model.save_pretrained(folder)

@@ -25,26 +25,27 @@ from permafrost.extractor.config import ExtractConfig
 from permafrost.extractor.run import run
 from permafrost.extractor.verify import verify
 
+Settings = dict[str, Any]
 ROWS = 5000  # 20 shards of 256 rows
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, str]:
+def settings(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Settings:
     lines = [f"{i} cats sat on the mat, {'and the dog ran ' * (i % 5)}in the rain." for i in range(ROWS)]
     corpus = write_lines(tmp_path_factory.mktemp("corpus") / "corpus.txt", lines)
     return {"corpus": str(corpus), "model": str(model_folder), "shard_size": "128KiB"}
 
 
 @pytest.fixture(scope="module")
-def whole(settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "s.zarr"
-    run(ExtractConfig(**settings, out=str(out), quiet=True))  # type: ignore[arg-type]
+    run(ExtractConfig(**settings, out=str(out), quiet=True))
     return out
 
 
-def flags(settings: dict[str, str], out: Path) -> list[str]:
-    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)] + [
+def flags(settings: Settings, out: Path) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))] + [
         "--out",
         str(out),
     ]
@@ -97,7 +98,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_and_run_again_gives_the_same_files(
-    moment: str, start: Callable[..., subprocess.Popen[str]], settings: dict[str, str], whole: Path, tmp_path: Path
+    moment: str, start: Callable[..., subprocess.Popen[str]], settings: Settings, whole: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "s.zarr"
     process = start(*flags(settings, out))
@@ -119,7 +120,7 @@ def test_a_signal_leaves_one_line_and_its_own_exit_code(
     code: int,
     word: str,
     start: Callable[..., subprocess.Popen[str]],
-    settings: dict[str, str],
+    settings: Settings,
     whole: Path,
     tmp_path: Path,
 ) -> None:
@@ -137,7 +138,7 @@ def test_a_signal_leaves_one_line_and_its_own_exit_code(
 
 
 def test_a_file_that_cannot_grow_fails_cleanly(
-    start: Callable[..., subprocess.Popen[str]], settings: dict[str, str], whole: Path, tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]], settings: Settings, whole: Path, tmp_path: Path
 ) -> None:
     """The system refuses a write in the middle of a shard, as a quota would."""
     out = tmp_path / "s.zarr"
@@ -169,7 +170,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_loses_nothing(
-    start: Callable[..., subprocess.Popen[str]], settings: dict[str, str], whole: Path, small_disk: Path
+    start: Callable[..., subprocess.Popen[str]], settings: Settings, whole: Path, small_disk: Path
 ) -> None:
     out, ballast = small_disk / "s.zarr", small_disk / "ballast"
     process = start(*flags(settings, out))
@@ -188,7 +189,7 @@ def test_a_full_disk_loses_nothing(
 
 
 def test_too_little_disk_for_the_plan_is_said_before_the_model_loads(
-    settings: dict[str, str], small_disk: Path, capsys: pytest.CaptureFixture[str]
+    settings: Settings, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"\0" * (4 << 20))
@@ -198,7 +199,7 @@ def test_too_little_disk_for_the_plan_is_said_before_the_model_loads(
 
 def test_a_second_run_at_the_same_time_is_refused(
     start: Callable[..., subprocess.Popen[str]],
-    settings: dict[str, str],
+    settings: Settings,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -212,9 +213,7 @@ def test_a_second_run_at_the_same_time_is_refused(
     assert process.wait() == 0
 
 
-def test_a_complete_store_is_left_alone(
-    settings: dict[str, str], whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_store_is_left_alone(settings: Settings, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
     assert main([*flags(settings, whole), "--quiet"]) == 0
     assert "already complete" in capsys.readouterr().out
@@ -236,7 +235,7 @@ def test_a_complete_store_is_left_alone(
     ],
 )
 def test_another_meaning_is_refused_with_what_differs(
-    change: list[str], named: str, settings: dict[str, str], whole: Path, capsys: pytest.CaptureFixture[str]
+    change: list[str], named: str, settings: Settings, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = numbers(whole)
     assert main([*flags(settings, whole), *change, "--quiet"]) == 3
@@ -245,7 +244,7 @@ def test_another_meaning_is_refused_with_what_differs(
 
 
 def test_another_model_or_corpus_is_another_meaning(
-    settings: dict[str, str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: Settings, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tiny_models.save(tmp_path / "other", seed=1)
     assert main([*flags(settings | {"model": str(other)}, whole), "--quiet"]) == 3
@@ -256,14 +255,14 @@ def test_another_model_or_corpus_is_another_meaning(
 
 
 def test_the_same_model_under_another_name_is_the_same_meaning(
-    settings: dict[str, str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: Settings, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     again = tiny_models.save(tmp_path / "moved")
     assert main([*flags(settings | {"model": str(again)}, whole), "--quiet"]) == 0
     assert "already complete" in capsys.readouterr().out
 
 
-def test_overwrite_starts_anew(settings: dict[str, str], tmp_path: Path) -> None:
+def test_overwrite_starts_anew(settings: Settings, tmp_path: Path) -> None:
     out = tmp_path / "s.zarr"
     small = settings | {"limit": "300"}
     assert main([*flags(small, out), "--quiet"]) == 0
@@ -273,9 +272,9 @@ def test_overwrite_starts_anew(settings: dict[str, str], tmp_path: Path) -> None
     assert {p.name for p in (out / "activations" / "c").iterdir()} == {"0"}
 
 
-def begun(settings: dict[str, str], out: Path) -> None:
+def begun(settings: Settings, out: Path) -> None:
     """A store with its second shard missing."""
-    run(ExtractConfig(**settings, limit=700, out=str(out), quiet=True))  # type: ignore[arg-type]
+    run(ExtractConfig(**settings, limit=700, out=str(out), quiet=True))
     (out / "activations" / "c" / "1" / "0" / "0").unlink()
     import json
 
@@ -286,7 +285,7 @@ def begun(settings: dict[str, str], out: Path) -> None:
 
 
 def test_another_machine_goes_on_and_is_recorded(
-    settings: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "s.zarr"
     begun(settings, out)
@@ -301,17 +300,17 @@ def test_another_machine_goes_on_and_is_recorded(
     assert machines == {8192: "0, 2", 777: "1"}
 
 
-def test_a_resumed_run_keeps_the_token_budget(settings: dict[str, str], tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_token_budget(settings: Settings, tmp_path: Path) -> None:
     out = tmp_path / "s.zarr"
     small = settings | {"limit": "700", "tokens_per_batch": "500"}
     assert main([*flags(small, out), "--quiet"]) == 0
     expected = numbers(out)
-    begun(settings | {"tokens_per_batch": 500}, tmp_path / "b.zarr")  # type: ignore[dict-item]
+    begun(settings | {"tokens_per_batch": 500}, tmp_path / "b.zarr")
     assert main([*flags(settings | {"limit": "700"}, tmp_path / "b.zarr"), "--quiet", "--strict"]) == 0
     assert numbers(tmp_path / "b.zarr") == expected
 
 
-def test_a_damaged_index_is_computed_again(settings: dict[str, str], tmp_path: Path) -> None:
+def test_a_damaged_index_is_computed_again(settings: Settings, tmp_path: Path) -> None:
     out = tmp_path / "s.zarr"
     begun(settings, out)
     file = out / "activations" / "c" / "0" / "0" / "0"
@@ -321,7 +320,7 @@ def test_a_damaged_index_is_computed_again(settings: dict[str, str], tmp_path: P
     assert file.read_bytes() == whole
 
 
-def test_without_text_the_text_goes_at_completion(settings: dict[str, str], tmp_path: Path) -> None:
+def test_without_text_the_text_goes_at_completion(settings: Settings, tmp_path: Path) -> None:
     out = tmp_path / "s.zarr"
     arguments = [*flags(settings, out), "--limit", "300", "--no-text", "--quiet"]
     assert main(arguments) == 0

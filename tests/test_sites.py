@@ -38,7 +38,7 @@ IDS = torch.tensor([[5, 17, 90, 4, 200, 31]])
 LAYERS = ("0", "1", "2", "3")
 
 
-def frozen(arch: str, **changes: object) -> FrozenModel:
+def frozen(arch: str, **changes: Any) -> FrozenModel:
     return freeze(tiny_models.tiny(arch, **changes), torch.device("cpu"), torch.float32)
 
 

@@ -8,13 +8,14 @@ nearly the same, and a packing mistake stays under any tolerance).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB = 300
-_COMMON = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_COMMON: dict[str, object] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA = _COMMON | {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -56,7 +57,7 @@ CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def tiny(arch: str, seed: int = 0, **changes: object) -> transformers.PreTrainedModel:
+def tiny(arch: str, seed: int = 0, **changes: object) -> Any:
     """A random causal LM of this architecture, float32, in evaluation mode."""
     stem, settings = CONFIGS[arch]
     config = getattr(transformers, f"{stem}Config")(**(settings | {"initializer_range": 0.2} | changes))
