@@ -35,6 +35,12 @@ class Terminated(BaseException):
     """SIGTERM arrived."""
 
 
+class _Tracebacks:
+    """Whether `--debug` (or `debug: true` in a config file) was given."""
+
+    shown = False
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
@@ -43,17 +49,17 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """`extract …`: returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    debug = "--debug" in argv
+    _Tracebacks.shown = "--debug" in argv
     with contextlib.suppress(ValueError):  # not in the main thread: leave signals alone
         signal.signal(signal.SIGTERM, _terminate)
     try:
         return _dispatch(_join_negative(argv))
     except PermafrostError as error:
-        return _fail(f"extract: {error}", error.exit_code, debug)
+        return _fail(f"extract: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return _fail("extract: stopped by Ctrl-C; finished shards are kept, the same command goes on", 130, debug)
+        return _fail("extract: stopped by Ctrl-C; finished shards are kept, the same command goes on", 130)
     except Terminated:
-        return _fail("extract: stopped by SIGTERM; finished shards are kept, the same command goes on", 143, debug)
+        return _fail("extract: stopped by SIGTERM; finished shards are kept, the same command goes on", 143)
     except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -61,10 +67,10 @@ def main(argv: list[str] | None = None) -> int:
         what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
         where = f" ({error.filename})" if error.filename else ""
         again = "finished shards are kept, the same command goes on"
-        return _fail(f"extract: {what}{where}; {again}", 1, debug)
+        return _fail(f"extract: {what}{where}; {again}", 1)
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        return _fail(f"extract: {type(error).__name__}: {first}\nThis is a defect; --debug shows where.", 1, debug)
+        return _fail(f"extract: {type(error).__name__}: {first}\nThis is a defect; --debug shows where.", 1)
 
 
 def permafrost(argv: list[str] | None = None) -> int:
@@ -80,8 +86,8 @@ def _terminate(*_: Any) -> None:
     raise Terminated
 
 
-def _fail(message: str, code: int, debug: bool) -> int:
-    if debug:
+def _fail(message: str, code: int) -> int:
+    if _Tracebacks.shown:
         traceback.print_exc()
     print(message, file=sys.stderr)
     return code
@@ -117,7 +123,9 @@ def _parse_config(parser: argparse.ArgumentParser, argv: list[str], only: tuple[
     parser.add_argument("--config", help="a .yaml or .toml file with the same settings; flags win", metavar="FILE")
     arguments = vars(parser.parse_args(argv))
     own = {name: arguments.pop(name) for name in ("text", "config") if name in arguments}
-    return own, load_config(arguments, own["config"])
+    config = load_config(arguments, own["config"])
+    _Tracebacks.shown |= config.debug
+    return own, config
 
 
 def _extract(argv: list[str]) -> int:

@@ -23,6 +23,7 @@ Site = Literal["resid_post", "resid_pre", "resid_mid", "attn_out", "mlp_out"]
 SITES: tuple[str, ...] = get_args(Site)
 Dtype = Literal["float32", "float16", "bfloat16"]
 TEMPLATES = {"eol": 'This sentence: "{text}" means in one word: "', "echo": "{text} {text}"}
+THIS_RUN_ONLY = ("overwrite", "dry_run", "strict", "json", "quiet", "debug")  # say nothing of the store
 MIN_SHARD_SIZE = 1 << 16
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
@@ -117,10 +118,9 @@ class ExtractConfig:
         return int(float(match[1]) * _UNITS[match[2].lower()])
 
     def as_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, in plain types: enough to run it again from a config file."""
-        changed = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
-        }
+        """What differs from the defaults, in plain types: enough to make the same store again from a config file."""
+        fields = [f for f in dataclasses.fields(self) if f.name not in THIS_RUN_ONLY]
+        changed = {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
         return {name: [*value] if isinstance(value, tuple) else value for name, value in changed.items()}
 
 

@@ -28,6 +28,12 @@ def parse_layers(spec: str, blocks: int) -> tuple[str, ...]:
     return tuple(EMBED if n == -1 else FINAL if n == blocks else str(n) for n in sorted(wanted))
 
 
+def check_sites(sites: tuple[str, ...], layers: tuple[str, ...]) -> None:
+    """Raise where a layer that is no block is asked of a site that only blocks have."""
+    if set(sites) - {"resid_post"} and {EMBED, FINAL} & set(layers):
+        raise UsageError("--layers embed and final are points of the residual stream: they go with --site resid_post")
+
+
 def last_block(layers: tuple[str, ...], blocks: int) -> int:
     """The last block that must run, -1 if none; all of them for `final`."""
     if FINAL in layers:

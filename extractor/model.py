@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from permafrost.extractor.errors import InputError, UsageError
@@ -98,6 +99,8 @@ def find_model(name: str, revision: str | None = None) -> ModelFiles:
         if revision is not None:
             raise UsageError(f"--revision names a revision on the hub; {name} is a folder")
         return _folder(name, path, None)
+    if path.is_file():
+        raise InputError(f"model {name} is a file; expected a folder, a .gguf file or a hub id")
     if path.is_absolute() or name.startswith("."):
         raise InputError(f"model {name}: no such folder")
     folder = _download(name, revision)
@@ -109,7 +112,10 @@ def load_tokenizer(files: ModelFiles) -> Any:
     from transformers import AutoTokenizer
 
     with quiet_transformers(), _loading(files.name):
-        return AutoTokenizer.from_pretrained(files.folder)
+        tokenizer = AutoTokenizer.from_pretrained(files.folder)
+    if not tokenizer("a b", add_special_tokens=False)["input_ids"]:  # what transformers makes of missing files
+        raise InputError(f"model {files.name}: its tokenizer knows no words; are its files in {files.folder}?")
+    return tokenizer
 
 
 def load_model(files: ModelFiles, device: torch.device, dtype: torch.dtype) -> FrozenModel:
@@ -158,7 +164,7 @@ def quiet_transformers() -> Iterator[None]:
 def _loading(name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise InputError(f"model {name} cannot be loaded: {_first_line(error)}") from error
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from permafrost.extractor.engine import Engine, Mode, Wanted
-from permafrost.extractor.errors import PermafrostError
+from permafrost.extractor.errors import InputError, PermafrostError
 from permafrost.extractor.hooks import capture
 from permafrost.extractor.model import FrozenModel
 from permafrost.extractor.reader import decode_floats
@@ -29,6 +29,7 @@ from permafrost.extractor.tokens import Encoded, TextEncoder
 from permafrost.extractor.transfer import Slab, stored_view
 from permafrost.kernels.gather_naive import pool_naive
 
+FUTURE_LIMIT = 0.1  # rounding stays under 0.05 even in bfloat16; seeing the future moves a state by its own size
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -66,6 +67,7 @@ def check_parity(model: FrozenModel, wanted: Wanted, rows: list[int], encoded: E
     """Find the mode that gives the plain forwards' numbers; raise, naming sentence, layer and error, if none does."""
     arrays = max(point.array for point in wanted.points) + 1
     reference = _reference(model, wanted, encoded, arrays)
+    _check_causal(model, wanted, encoded)
     reason: str | None = None
     for mode in ("packed", "equal"):
         engine = Engine(model, wanted, mode)
@@ -106,6 +108,26 @@ def _reference(model: FrozenModel, wanted: Wanted, encoded: Encoded, arrays: int
             run(torch.from_numpy(encoded.sentence(i)).to(model.device)[None])
             rows.append([[found[a, k].numpy() for k in range(len(wanted.layers))] for a in range(arrays)])
     return np.array(rows)
+
+
+def _check_causal(model: FrozenModel, wanted: Wanted, encoded: Encoded) -> None:
+    """Raise if a token's state depends on what comes after it: the last token would then be no summary of a text."""
+    ids = torch.from_numpy(encoded.sentence(0)).to(model.device)[None]
+    middle = ids.shape[1] // 2
+    found: list[dict[tuple[int, int], Tensor]] = []
+
+    def keep(array: int, layer: int, hidden: Tensor) -> None:
+        found[-1][array, layer] = hidden[middle - 1].float().cpu()
+
+    if middle == 0:
+        return
+    with capture(model, wanted.points, wanted.layers, keep) as run:
+        for part in (ids, ids[:, :middle]):
+            found.append({})
+            run(part)
+    whole, alone = found
+    if max(float((whole[key] - x).norm() / x.norm().clamp(min=1e-30)) for key, x in alone.items()) > FUTURE_LIMIT:
+        raise InputError(f"{type(model.decoder).__name__} is not causal: its tokens see what comes after them")
 
 
 def _fast(engine: Engine, encoded: Encoded, arrays: int) -> NDArray[np.float32]:

@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,17 @@ import torch
 
 from permafrost.extractor.config import ExtractConfig
 from permafrost.extractor.corpus import Corpus, open_corpus
+from permafrost.extractor.engine import Wanted
 from permafrost.extractor.errors import InputError, UsageError
-from permafrost.extractor.layers import parse_layers
-from permafrost.extractor.model import ModelFiles, find_model, load_tokenizer
+from permafrost.extractor.layers import check_sites, parse_layers
+from permafrost.extractor.model import FrozenModel, ModelFiles, find_model, load_model, load_tokenizer
 from permafrost.extractor.prepare import select
 from permafrost.extractor.shards import rows_per_shard
+from permafrost.extractor.sites import find_points
 from permafrost.extractor.store import FORMAT, STORED, Layout
 from permafrost.extractor.tables import Selection
 from permafrost.extractor.tokens import TextEncoder, template_fields
+from permafrost.extractor.transfer import TORCH_DTYPES
 
 DEFAULT_MAX_TOKENS = 512
 # 8,192 tokens keep two cores busy at every width tried; 65,536 fill an H200 (see benchmarks/NOTES.md).
@@ -48,6 +52,13 @@ class Plan:
     compute_dtype: str
     dtype: str
     out: Path
+
+    @cached_property
+    def loaded(self) -> tuple[FrozenModel, Wanted]:
+        """The model on its device, and what is kept of it; loaded on first use, which refuses sites it lacks."""
+        model = load_model(self.files, self.device, TORCH_DTYPES[self.compute_dtype])
+        points = find_points(model, self.config.site, self.layers)
+        return model, Wanted(points, self.layers, self.config.pool, self.config.skip_first)
 
     @property
     def shard_rows(self) -> int:
@@ -104,6 +115,7 @@ def make_plan(config: ExtractConfig) -> Plan:
     selection = select(corpus, config.column, fields, config.id, config.keep, config.limit, config.dedup)
     files = find_model(config.model, config.revision)
     layers = parse_layers(config.layers, files.blocks)
+    check_sites(config.site, layers)
     encoder = make_encoder(config, files)
     compute = config.compute_dtype or ("float32" if device.type == "cpu" else _half(device))
     return Plan(

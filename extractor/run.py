@@ -21,15 +21,13 @@ import numpy as np
 
 from permafrost.extractor.config import SITES, ExtractConfig
 from permafrost.extractor.durable import TEMP_SUFFIX
-from permafrost.extractor.engine import Engine, Wanted
+from permafrost.extractor.engine import Engine
 from permafrost.extractor.errors import InputError, PermafrostError
-from permafrost.extractor.model import load_model
 from permafrost.extractor.parity import Parity, check_parity, check_sentences
 from permafrost.extractor.plan import Plan, commit, differences, machine, make_plan, versions
 from permafrost.extractor.prepare import prepare
 from permafrost.extractor.progress import ProgressBar, say
 from permafrost.extractor.shards import Shard, ranges, shards_left
-from permafrost.extractor.sites import find_points
 from permafrost.extractor.store import (
     FORMAT,
     LINES,
@@ -42,7 +40,6 @@ from permafrost.extractor.store import (
     read_attributes,
 )
 from permafrost.extractor.tables import Sentence, read_sample
-from permafrost.extractor.transfer import TORCH_DTYPES
 from permafrost.extractor.worker import Worker, prove_budget
 from permafrost.extractor.writer import is_done, read_record
 
@@ -87,13 +84,16 @@ def run(config: ExtractConfig) -> Summary:
     with _locked(store):
         attributes = _existing(store, meaning, config)
         if attributes is None:
-            with _timed(seconds, "prepare"):
+            with _timed(seconds, "load"):
+                _ = plan.loaded  # before the pass, which may take long: a model that does not fit is refused now
+            with _timed(seconds, "prepare"), _cleared_on_failure(store):
                 attributes = _create(plan, meaning)
-        if not attributes["complete"]:
-            _fill(plan, attributes, seconds, summary := _summary(store, attributes))
-        else:
-            summary = _summary(store, attributes)
+        summary = _summary(store, attributes)
+        if attributes["complete"]:
             summary.state = "already complete"
+        else:
+            with _cleared_on_failure(store):
+                _fill(plan, attributes, seconds, summary)
         if config.no_text:
             (store / SENTENCES).unlink(missing_ok=True)
     summary.seconds = seconds
@@ -111,7 +111,7 @@ def _fill(plan: Plan, attributes: dict[str, Any], seconds: dict[str, float], sum
         check_space(store, layout, left)
         earlier = read_record(store, done[0])["machine"] if done else None
         sample = read_sample(store, attributes["check_rows"], layout.shard_rows)
-        with _timed(seconds, "load"):
+        with _timed(seconds, "prove"):
             engine, parity, budget = load_engine(plan, sample, layout, earlier)
         here = machine(plan.device, engine.attention_path(), budget)
         _compare_machines(earlier, here, plan.config.strict)
@@ -137,10 +137,9 @@ def _fill(plan: Plan, attributes: dict[str, Any], seconds: dict[str, float], sum
 def load_engine(
     plan: Plan, sample: list[Sentence], layout: Layout, earlier: dict[str, Any] | None = None
 ) -> tuple[Engine, Parity, int]:
-    """Load the model, find how it runs right, and prove the token budget; a resumed run keeps the earlier budget."""
+    """Find how the model runs right, and prove the token budget; a resumed run keeps the earlier budget."""
     config = plan.config
-    model = load_model(plan.files, plan.device, TORCH_DTYPES[plan.compute_dtype])
-    wanted = Wanted(find_points(model, config.site, plan.layers), plan.layers, config.pool, config.skip_first)
+    model, wanted = plan.loaded
     rows, encoded = check_sentences(sample, plan.encoder, config.check)
     parity = check_parity(model, wanted, rows, encoded)
     if parity.mode == "equal":
@@ -281,6 +280,17 @@ def _locked(store: Path) -> Iterator[None]:
         os.close(fd)
         if not any(store.iterdir()):
             store.rmdir()  # nothing came of it
+
+
+@contextmanager
+def _cleared_on_failure(store: Path) -> Iterator[None]:
+    """Where a run is refused before any shard is done, its store goes again: another config may take the place."""
+    try:
+        yield
+    except PermafrostError:
+        if not any(store.glob("*/c/*/0/0")):
+            _clear(store)
+        raise
 
 
 @contextmanager

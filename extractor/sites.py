@@ -44,8 +44,6 @@ class Point:
 
 def find_points(model: FrozenModel, sites: Sequence[str], layers: Sequence[str]) -> list[Point]:
     """Each (site, layer) as a module's input or output; raises where the model has no such site."""
-    if set(sites) - {"resid_post"} and {EMBED, FINAL} & set(layers):
-        raise UsageError("--layers embed and final are points of the residual stream: they go with --site resid_post")
     inner = {"resid_mid", "attn_out", "mlp_out"} & set(sites)
     traces = _trace(model) if inner else []
     points = []

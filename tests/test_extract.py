@@ -195,6 +195,26 @@ def test_a_value_that_is_not_finite_fails_the_shard_by_name(tmp_path: Path) -> N
     assert not list(out.glob("activations/c/**/0"))
 
 
+def test_a_model_that_sees_the_future_is_refused(tmp_path: Path) -> None:
+    from permafrost.extractor.errors import InputError
+
+    config = transformers.BertConfig(
+        vocab_size=tiny_models.VOCAB,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=64,
+        initializer_range=0.2,
+    )
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    tiny_models.tokenizer().save_pretrained(tmp_path / "bert")
+    corpus = write_lines(tmp_path / "corpus.txt", TEXTS)
+    out = tmp_path / "s.zarr"
+    with pytest.raises(InputError, match="not causal"):
+        run(ExtractConfig(corpus=str(corpus), model=str(tmp_path / "bert"), out=str(out), quiet=True))
+    assert not out.exists()
+
+
 def test_the_mean_and_the_sum_have_the_same_direction(tmp_path: Path) -> None:
     folder = tiny_models.save(tmp_path / "gpt2")
     corpus = write_lines(tmp_path / "corpus.txt", TEXTS)

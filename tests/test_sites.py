@@ -14,6 +14,7 @@ import torch
 
 from permafrost.extractor.errors import InputError, UsageError
 from permafrost.extractor.hooks import capture
+from permafrost.extractor.layers import check_sites
 from permafrost.extractor.model import FrozenModel, freeze
 from permafrost.extractor.sites import find_points
 
@@ -116,7 +117,7 @@ def test_a_block_with_one_addition_has_no_inner_sites(site: str) -> None:
 @pytest.mark.parametrize("layer", ["embed", "final"])
 def test_embed_and_final_are_of_the_residual_stream_only(layer: str) -> None:
     with pytest.raises(UsageError, match="resid_post"):
-        find_points(frozen("gpt2"), ["attn_out"], (layer, "0"))
+        check_sites(("resid_post", "attn_out"), (layer, "0"))
 
 
 def test_hooks_are_gone_after_an_error() -> None:
