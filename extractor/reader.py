@@ -1,30 +1,45 @@
 """A store, opened for reading: decoded floats, no more bytes read than asked for, holes never read as numbers.
 
 Each inner chunk that is read has its CRC32C checked. One layer of n rows costs n · width numbers, whatever else the
-store holds. A row range that is not written yet, or is damaged, raises DamageError with its rows.
+store holds; shards are read side by side. A row range that is not written yet, or is damaged, raises DamageError with
+its rows.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from permafrost.extractor.codec import decode_chunk, read_flat, read_index
+from permafrost.extractor.codec import CRC_BYTES, crc32c, decode_chunk, read_flat, read_index
 from permafrost.extractor.errors import DamageError, UsageError
 from permafrost.extractor.shards import BLOCK_ROWS, Shard
-from permafrost.extractor.store import ROW_ARRAYS, Layout, read_attributes, row_chunk_path, shard_path
+from permafrost.extractor.store import ROW_ARRAYS, STORED, Layout, read_attributes, row_chunk_path, shard_path
+
+READ_THREADS = min(8, os.cpu_count() or 1)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that read shards side by side; kept, since starting them takes as long as reading a few megabytes."""
+    return ThreadPoolExecutor(READ_THREADS, thread_name_prefix="permafrost-read")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has none of its parent's threads
 
 
 def decode_floats(values: NDArray[Any]) -> NDArray[Any]:
     """bfloat16 bits (uint16) as float32; floats as they are."""
     if values.dtype != np.uint16:
         return values
-    return (values.astype(np.uint32) << 16).view(np.float32)
+    floats: NDArray[Any] = np.left_shift(values, 16, dtype=np.uint32).view(np.float32)
+    return floats
 
 
 class Store:
@@ -46,17 +61,19 @@ class Store:
         site: str | None = None,
     ) -> NDArray[Any]:
         """Rows `start` to `stop` as floats [rows, layers, width]; layers by their names as stored (`3`, `final`)."""
-        stop = self.rows if stop is None else stop
-        if not 0 <= start <= stop <= self.rows:
-            raise UsageError(f"rows {start} to {stop} are not within the store's {self.rows}")
-        picked = [self._layer(name) for name in (self.layers if layers is None else layers)]
-        array = self._array(site)
-        kind = np.float16 if self.layout.dtype == "float16" else np.float32
-        out = np.empty((stop - start, len(picked), self.layout.width), kind)
-        for shard in self.layout.shards:
-            if shard.start < stop and start < shard.stop:
-                self._read_shard(array, shard, max(start, shard.start), min(stop, shard.stop), picked, out, start)
-        return out
+        return self._read(
+            start, stop, layers, site, np.dtype(np.float16 if self.layout.dtype == "float16" else np.float32)
+        )
+
+    def read_stored(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        layers: Sequence[int | str] | None = None,
+        site: str | None = None,
+    ) -> NDArray[Any]:
+        """As `read`, in the stored dtype: bfloat16 as its bits, for `torch.from_numpy(…).view(torch.bfloat16)`."""
+        return self._read(start, stop, layers, site, STORED[self.layout.dtype])
 
     def read_rows(self, name: str) -> NDArray[Any]:
         """One of `length`, `truncated`, `text_hash`, whole [rows]."""
@@ -72,6 +89,20 @@ class Store:
 
         return np.asarray(zarr.open_array(self.path / name, mode="r")[:])
 
+    def _read(
+        self, start: int, stop: int | None, layers: Sequence[int | str] | None, site: str | None, kind: np.dtype[Any]
+    ) -> NDArray[Any]:
+        stop = self.rows if stop is None else stop
+        if not 0 <= start <= stop <= self.rows:
+            raise UsageError(f"rows {start} to {stop} are not within the store's {self.rows}")
+        picked = [self._layer(name) for name in (self.layers if layers is None else layers)]
+        array = self._array(site)
+        out = np.empty((stop - start, len(picked), self.layout.width), kind)
+        shards = self.layout.shards[start // self.layout.shard_rows : -(-stop // self.layout.shard_rows)]
+        for _ in _pool().map(lambda shard: self._read_shard(array, shard, start, picked, out), shards):
+            pass  # map raises what a shard raised
+        return out
+
     def _layer(self, name: int | str) -> int:
         if str(name) not in self.layers:
             raise UsageError(f"layer {name} is not in the store, which holds {', '.join(self.layers)}")
@@ -83,20 +114,32 @@ class Store:
             raise UsageError(f"site {site} is not in the store, which holds {', '.join(self.layout.sites)}")
         return self.layout.arrays[self.layout.sites.index(site)]
 
-    def _read_shard(
-        self, array: str, shard: Shard, start: int, stop: int, picked: list[int], out: NDArray[Any], origin: int
-    ) -> None:
+    def _read_shard(self, array: str, shard: Shard, origin: int, picked: list[int], out: NDArray[Any]) -> None:
+        """The part of one shard that belongs into `out`, whose first row is the store's row `origin`."""
         path = shard_path(self.path, array, shard)
-        index = read_index(path, self.layout, shard)
-        with path.open("rb") as file:
+        index = read_index(path, self.layout, shard)[:, picked].tolist()
+        start, stop = max(origin, shard.start), min(origin + len(out), shard.stop)
+        with path.open("rb", buffering=0) as file:
             for block in range((start - shard.start) // BLOCK_ROWS, -(-(stop - shard.start) // BLOCK_ROWS)):
                 first = shard.start + block * BLOCK_ROWS
                 a, b = max(start, first), min(stop, first + BLOCK_ROWS)
-                for place, layer in enumerate(picked):
-                    offset, size = (int(x) for x in index[block, layer])
+                for place, (offset, size) in enumerate(index[block]):
                     try:
-                        chunk = decode_chunk(os.pread(file.fileno(), size, offset), self.layout)
+                        self._read_chunk(file.fileno(), offset, size, a - first, out[a - origin : b - origin, place])
                     except ValueError as error:
                         rows = f"rows {first}–{min(first + BLOCK_ROWS, shard.stop) - 1}"
-                        raise DamageError(f"{rows}, layer {self.layers[layer]}: {path}: {error}") from None
-                    out[a - origin : b - origin, place] = decode_floats(chunk[a - first : b - first])
+                        raise DamageError(f"{rows}, layer {self.layers[picked[place]]}: {path}: {error}") from None
+
+    def _read_chunk(self, fd: int, offset: int, size: int, skip: int, out: NDArray[Any]) -> None:
+        """Rows `skip` and on of one inner chunk into `out`; straight from the file where nothing is to be decoded."""
+        plain = out.dtype == STORED[self.layout.dtype]
+        if plain and self.layout.codec == "none" and len(out) == BLOCK_ROWS and out.flags.c_contiguous:
+            check = bytearray(CRC_BYTES)
+            if os.preadv(fd, [out.data, check], offset) != size or crc32c(out) != check:
+                raise ValueError("CRC32C does not match")
+            return
+        chunk = decode_chunk(os.pread(fd, size, offset), self.layout)[skip : skip + len(out)]
+        if plain:
+            out[:] = chunk
+        else:
+            np.left_shift(chunk, 16, out=out.view(np.uint32), dtype=np.uint32)

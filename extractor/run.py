@@ -128,7 +128,8 @@ def _fill(plan: Plan, attributes: dict[str, Any], seconds: dict[str, float], sum
         summary.tokens_per_second = bar.tokens / worker.timing.total
         summary.gigabytes_per_second = bar.written / worker.timing.total / 1e9
         summary.bound_by = worker.timing.shares()
-    _complete(store, layout, attributes)
+    with _timed(seconds, "complete"):
+        _complete(store, layout, attributes)
     finished = _summary(store, attributes)
     summary.state, summary.store_bytes = "complete", finished.store_bytes
     summary.tokens, summary.truncated, summary.parity = finished.tokens, finished.truncated, finished.parity

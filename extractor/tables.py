@@ -72,20 +72,21 @@ class SentenceWriter:
         self._schema = pa.schema([("text", pa.large_string()), *((f"field:{n}", pa.large_string()) for n in fields)])
         self._file = pq.ParquetWriter(self._temp, self._schema, compression="zstd")
         self._shard_rows = shard_rows
-        self._rows: list[tuple[str, ...]] = []
+        self._columns: list[list[str]] = [[] for _ in self._schema]
 
     def add(self, text: str, fields: tuple[str, ...]) -> None:
-        self._rows.append((text, *fields))
-        if len(self._rows) == self._shard_rows:
+        for column, value in zip(self._columns, (text, *fields), strict=True):
+            column.append(value)
+        if len(self._columns[0]) == self._shard_rows:
             self._flush()
 
     def _flush(self) -> None:
-        arrays = [pa.array(column, pa.large_string()) for column in zip(*self._rows, strict=True)]
+        arrays = [pa.array(column, pa.large_string()) for column in self._columns]
         self._file.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._shard_rows)
-        self._rows = []
+        self._columns = [[] for _ in self._schema]
 
     def finish(self) -> None:
-        if self._rows:
+        if self._columns[0]:
             self._flush()
         self._file.close()
         publish(self._temp, self._path)

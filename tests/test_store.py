@@ -7,6 +7,7 @@ shard and a short last row block are in each layout. A flipped byte must be foun
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,20 @@ def test_part_of_a_store_reads_as_that_part(store: Store) -> None:
     for start, stop, layers in ((0, 1, ["0"]), (255, 257, [3, 1]), (250, 700, ["2"]), (699, 700, None), (5, 5, None)):
         picked = [0, 1, 2, 3] if layers is None else [int(layer) for layer in layers]
         np.testing.assert_array_equal(store.read(start, stop, layers), everything[start:stop, picked])
+
+
+def test_the_stored_dtype_reads_as_the_bits_of_the_floats(corpus: Path, model_folder: Path, tmp_path: Path) -> None:
+    bits = make(corpus, model_folder, tmp_path / "s.zarr", dtype="bfloat16")
+    for layers in ([2], [3, 0], None):
+        stored = bits.read_stored(10, 650, layers)
+        assert stored.dtype == np.uint16
+        np.testing.assert_array_equal(decode_floats(stored), bits.read(10, 650, layers))
+
+
+def test_a_forked_process_reads_too(store: Store) -> None:
+    expected = store.read(layers=["1"])  # starts the reading threads, which a child does not inherit
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        np.testing.assert_array_equal(pool.apply(store.read, (0, None, ["1"])), expected)
 
 
 def test_what_is_not_there_is_an_error(store: Store) -> None:
