@@ -6,6 +6,8 @@ with plain Hugging Face forwards of single sentences on the same card in the sam
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +88,24 @@ def test_memory_on_the_card_does_not_grow_with_the_corpus(tmp_path: Path) -> Non
     assert peaks[1] <= peaks[0] * 1.01
 
 
-def test_a_budget_that_does_not_fit_is_halved_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+LITTLE_MEMORY = """
+import sys, torch
+from permafrost.extractor.cli import main
+torch.cuda.set_per_process_memory_fraction(0.012)  # about 1.7 GB of 139: too little for a million tokens
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_budget_that_does_not_fit_is_halved_and_recorded(tmp_path: Path) -> None:
     folder = tiny_models.save(tmp_path / "gpt2", "gpt2", **SHAPES["gpt2"] | {"n_embd": 1024, "n_head": 16})
-    corpus = corpus_of(tmp_path / "c.txt", 9000)
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(0.012)  # about 1.7 GB of 139: too little for a million tokens
-    try:
-        store = extract(folder, corpus, tmp_path / "s.zarr", tokens_per_batch=1 << 20)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    budget = store.attributes["machines"][0]["tokens_per_batch"]
+    corpus, out = corpus_of(tmp_path / "c.txt", 9000), tmp_path / "s.zarr"
+    flags = ["--corpus", corpus, "--model", folder, "--out", out, "--tokens-per-batch", 1 << 20]
+    command = [sys.executable, "-P", "-c", LITTLE_MEMORY, *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    budget = Store(out).attributes["machines"][0]["tokens_per_batch"]
     assert budget < 1 << 20
-    assert f"using {budget} for the whole run" in capsys.readouterr().err
+    assert f"using {budget} for the whole run" in done.stderr
 
 
 def test_a_value_that_is_not_finite_is_found_on_the_card(tmp_path: Path) -> None:
