@@ -55,7 +55,9 @@ class ExtractConfig:
     layers: str = flag("all, or 0,5,10-12, -1, and the names embed (before block 0) and final (after the norm)", "all")
     site: tuple[Site, ...] = flag("where in the block; several give an array each", ("resid_post",))
     pool: Pool = flag("which tokens make a sentence's vector", "last")
-    skip_first: bool = flag("leave the first token out of mean, weighted_mean and sum", False)
+    skip_first: bool = flag(
+        "leave the first token out of mean, weighted_mean and sum (a text of one token keeps it)", False
+    )
     template: str | None = flag("text around each sentence, with {text} and {columns}; or eol, echo")
     bos: Literal["auto", "yes", "no"] = flag("begin with the BOS token: as the tokenizer does, always, never", "auto")
     dtype: Dtype | None = flag("stored numbers (default: as computed)")

@@ -50,7 +50,7 @@ class ProgressBar:
             self.written += step.written
             self.shards += step.shard is not None
             seconds = max(self.seconds, 1e-9)
-            rates = f"{self.tokens / seconds:,.0f} tokens/s, {self.written / seconds / 1e9:.2f} GB/s"
+            rates = f"{self.tokens / seconds:,.0f} tokens/s, {self.written / seconds / 1e9:.3f} GB/s"
             self._bar.set_postfix_str(rates, refresh=False)
             self._bar.update(step.sentences)
             if self._lines and time.perf_counter() - self._said >= LINE_EVERY:
