@@ -4,10 +4,10 @@ Writing: `write_shard` for several shards of a gpt2-medium-shaped store (24 laye
 numbers), checksums, row arrays, records and all fsyncs included, against one file a shard of the same number of
 bytes: write, fsync, rename, fsync the folder. The ratio is of bytes a second; 0.7 or more is wanted.
 
-Reading: one layer of all rows through `Store.read_stored`, which checks each chunk's CRC32C, against `np.fromfile` of
-just that layer's bytes from one flat file; 1.5 times its seconds or less is wanted. Likewise `Store.read`, which gives
-float32, against the flat file's bits made float32. Beside them zarr-python and, where it is installed, TensorStore
-(both give the stored bits). All with the page cache warm; then store and flat file with their pages dropped before.
+Reading: one layer of all rows through `Store.read(…, stored=True)`, which checks each chunk's CRC32C, against
+`np.fromfile` of just that layer's bytes from one flat file; 1.5 times its seconds or less is wanted. Likewise as
+float32 (`Store.read`), against the flat file's bits made float32. Beside them zarr-python and, where it is installed,
+TensorStore (both give the stored bits). All with the page cache warm; then store and flat file with their pages dropped before.
 
 First all readers are shown to give the written numbers, bit for bit; then ways run in turns and medians count. The
 disk is synced before each timed write, so that no way pays for what came before. Disk: two stores' bytes; memory:
@@ -201,7 +201,7 @@ def bench_reading(temp: Path, layout: Layout, repeats: int) -> dict[str, Any]:
     expected.tofile(flat)
     os.sync()
     readers: dict[str, Callable[[], NDArray[Any]]] = {
-        "store": lambda: store.read_stored(layers=[middle])[:, 0],
+        "store": lambda: store.read(layers=[middle], stored=True)[:, 0],
         "store, as floats": lambda: store.read(layers=[middle])[:, 0],
         "plain file": lambda: np.fromfile(flat, stored).reshape(-1, layout.width),
         "plain file, as floats": lambda: decode_floats(np.fromfile(flat, stored)).reshape(-1, layout.width),

@@ -21,6 +21,7 @@ from permafrost.extractor.config import add_flags, load_config
 from permafrost.extractor.errors import DamageError, PermafrostError, UsageError
 
 COMMANDS = ("info", "verify", "tokens", "corpora", "fetch")
+SHOWN_PROBLEMS = 20
 _EPILOG = """\
 further commands:
   extract info STORE      what a store holds, where it came from, statistics of each layer
@@ -196,7 +197,9 @@ def _verify(argv: list[str]) -> int:
     elif not verdict.problems:
         print(f"{arguments.store}: whole: {verdict.rows:,} rows, {size(verdict.read_bytes)} read and checked")
     if verdict.problems:
-        listed = "\n  ".join(verdict.problems)
+        more = len(verdict.problems) - SHOWN_PROBLEMS
+        shown = [*verdict.problems[:SHOWN_PROBLEMS], *([f"… and {more:,} more (--json lists all)"] if more > 0 else [])]
+        listed = "\n  ".join(shown)
         raise DamageError(f"{arguments.store} is damaged or not complete:\n  {listed}")
     return 0
 

@@ -59,21 +59,25 @@ class Store:
         stop: int | None = None,
         layers: Sequence[int | str] | None = None,
         site: str | None = None,
+        stored: bool = False,
     ) -> NDArray[Any]:
-        """Rows `start` to `stop` as floats [rows, layers, width]; layers by their names as stored (`3`, `final`)."""
-        return self._read(
-            start, stop, layers, site, np.dtype(np.float16 if self.layout.dtype == "float16" else np.float32)
-        )
+        """Rows `start` to `stop` as floats [rows, layers, width]; layers by their names as stored (`3`, `final`).
 
-    def read_stored(
-        self,
-        start: int = 0,
-        stop: int | None = None,
-        layers: Sequence[int | str] | None = None,
-        site: str | None = None,
-    ) -> NDArray[Any]:
-        """As `read`, in the stored dtype: bfloat16 as its bits, for `torch.from_numpy(…).view(torch.bfloat16)`."""
-        return self._read(start, stop, layers, site, STORED[self.layout.dtype])
+        With `stored` nothing is converted: bfloat16 comes as its bits, for `torch.from_numpy(…).view(torch.bfloat16)`.
+        """
+        stop = self.rows if stop is None else stop
+        if not 0 <= start <= stop <= self.rows:
+            raise UsageError(f"rows {start} to {stop} are not within the store's {self.rows}")
+        picked = [self._layer(name) for name in (self.layers if layers is None else layers)]
+        array = self._array(site)
+        kind = STORED[self.layout.dtype]
+        if not stored and self.layout.dtype == "bfloat16":
+            kind = np.dtype(np.float32)
+        out = np.empty((stop - start, len(picked), self.layout.width), kind)
+        shards = self.layout.shards[start // self.layout.shard_rows : -(-stop // self.layout.shard_rows)]
+        for _ in _pool().map(lambda shard: self._read_shard(array, shard, start, picked, out), shards):
+            pass  # map raises what a shard raised
+        return out
 
     def read_rows(self, name: str) -> NDArray[Any]:
         """One of `length`, `truncated`, `text_hash`, whole [rows]."""
@@ -88,20 +92,6 @@ class Store:
         import zarr
 
         return np.asarray(zarr.open_array(self.path / name, mode="r")[:])
-
-    def _read(
-        self, start: int, stop: int | None, layers: Sequence[int | str] | None, site: str | None, kind: np.dtype[Any]
-    ) -> NDArray[Any]:
-        stop = self.rows if stop is None else stop
-        if not 0 <= start <= stop <= self.rows:
-            raise UsageError(f"rows {start} to {stop} are not within the store's {self.rows}")
-        picked = [self._layer(name) for name in (self.layers if layers is None else layers)]
-        array = self._array(site)
-        out = np.empty((stop - start, len(picked), self.layout.width), kind)
-        shards = self.layout.shards[start // self.layout.shard_rows : -(-stop // self.layout.shard_rows)]
-        for _ in _pool().map(lambda shard: self._read_shard(array, shard, start, picked, out), shards):
-            pass  # map raises what a shard raised
-        return out
 
     def _layer(self, name: int | str) -> int:
         if str(name) not in self.layers:

@@ -6,13 +6,13 @@ prove parity and token budget → the shards that are left → complete. Killed 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -259,7 +259,7 @@ def _summary(store: Path, attributes: dict[str, Any]) -> Summary:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(store: Path) -> Iterator[None]:
     """One writer a store: a second one is refused, not queued. Filesystems without locks go unguarded."""
     if store.exists() and not store.is_dir():
@@ -280,10 +280,11 @@ def _locked(store: Path) -> Iterator[None]:
     finally:
         os.close(fd)
         if not any(store.iterdir()):
-            store.rmdir()  # nothing came of it
+            with contextlib.suppress(OSError):  # it may be a place that is mounted
+                store.rmdir()  # nothing came of it
 
 
-@contextmanager
+@contextlib.contextmanager
 def _cleared_on_failure(store: Path) -> Iterator[None]:
     """Where a run is refused before any shard is done, its store goes again: another config may take the place."""
     try:
@@ -294,7 +295,7 @@ def _cleared_on_failure(store: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
+@contextlib.contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield

@@ -107,7 +107,7 @@ def test_part_of_a_store_reads_as_that_part(store: Store) -> None:
 def test_the_stored_dtype_reads_as_the_bits_of_the_floats(corpus: Path, model_folder: Path, tmp_path: Path) -> None:
     bits = make(corpus, model_folder, tmp_path / "s.zarr", dtype="bfloat16")
     for layers in ([2], [3, 0], None):
-        stored = bits.read_stored(10, 650, layers)
+        stored = bits.read(10, 650, layers, stored=True)
         assert stored.dtype == np.uint16
         np.testing.assert_array_equal(decode_floats(stored), bits.read(10, 650, layers))
 
