@@ -7,7 +7,8 @@ bytes: write, fsync, rename, fsync the folder. The ratio is of bytes a second; 0
 Reading: one layer of all rows through `Store.read(…, stored=True)`, which checks each chunk's CRC32C, against
 `np.fromfile` of just that layer's bytes from one flat file; 1.5 times its seconds or less is wanted. Likewise as
 float32 (`Store.read`), against the flat file's bits made float32. Beside them zarr-python and, where it is installed,
-TensorStore (both give the stored bits). All with the page cache warm; then store and flat file with their pages dropped before.
+TensorStore (both give the stored bits). All with the page cache warm; then store and flat file with their pages
+dropped before.
 
 First all readers are shown to give the written numbers, bit for bit; then ways run in turns and medians count. The
 disk is synced before each timed write, so that no way pays for what came before. Disk: two stores' bytes; memory:

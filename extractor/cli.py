@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from permafrost.extractor.config import add_flags, load_config
@@ -51,10 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     """`extract …`: returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     _Tracebacks.shown = "--debug" in argv
-    with contextlib.suppress(ValueError):  # not in the main thread: leave signals alone
-        signal.signal(signal.SIGTERM, _terminate)
     try:
-        return _dispatch(_join_negative(argv))
+        with _sigterm_raises():
+            return _dispatch(_join_negative(argv))
     except PermafrostError as error:
         return _fail(f"extract: {error}", error.exit_code)
     except KeyboardInterrupt:
@@ -83,8 +82,22 @@ def permafrost(argv: list[str] | None = None) -> int:
     return main(argv[1:])
 
 
-def _terminate(*_: Any) -> None:
-    raise Terminated
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does, unwinding; what it did before comes back at the end."""
+
+    def terminate(*_: Any) -> None:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, terminate)
+    except ValueError:  # not in the main thread, where signals do not arrive
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _fail(message: str, code: int) -> int:
