@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from permafrost.extractor.model import quiet_transformers
-from permafrost.kernels.attention import Packing, packed_attention
+from permafrost.kernels.attention import Packing, packed_attention, uses_varlen
 
 NAME = "permafrost_packed"
 # What models pass along that says nothing about the scores.
@@ -25,6 +25,7 @@ _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_st
 class _State:
     packing: Packing | None = None
     calls = 0
+    path = "never called"
 
 
 _STATE = _State()
@@ -91,5 +92,6 @@ def _attention(
     if packing is None:
         raise RuntimeError("packed attention outside of `packed(…)`")
     _STATE.calls += 1
+    _STATE.path = "varlen" if uses_varlen(query[0], softcap) else "sdpa by length"
     out = packed_attention(query[0], key[0], value[0], packing, scaling, sliding_window, softcap)
     return out[None], None

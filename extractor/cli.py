@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 from permafrost.extractor.config import add_flags, load_config
 from permafrost.extractor.errors import DamageError, PermafrostError, UsageError
 
-COMMANDS = ("info", "verify", "tokens", "corpora", "fetch")
 SHOWN_PROBLEMS = 20
 _EPILOG = """\
 further commands:

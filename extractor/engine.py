@@ -25,7 +25,7 @@ from permafrost.extractor.sites import Point
 from permafrost.extractor.tokens import Encoded
 from permafrost.extractor.transfer import Slab
 from permafrost.kernels import Pool
-from permafrost.kernels.attention import Packing, uses_varlen
+from permafrost.kernels.attention import Packing
 from permafrost.kernels.gather import gather
 
 Mode = Literal["packed", "equal"]
@@ -49,6 +49,7 @@ class Engine:
         self.wanted = wanted
         self.mode = mode
         self.attention_calls = 0
+        self.attention = f"equal lengths, {model.decoder.config._attn_implementation}"  # for the record
         self._runner: Runner | None = None
         self._bounds = self._rows = torch.empty(0)
         self._slab: Slab | None = None
@@ -78,14 +79,7 @@ class Engine:
         packing = Packing(self._bounds, int(batch.lengths.max()), batch.runs)
         with packed(packing) as state:
             self._runner(self._to_device(ids)[None], self._to_device(positions)[None])
-            self.attention_calls = state.calls
-
-    def attention_path(self) -> str:
-        """How attention is computed, for the record."""
-        if self.mode == "equal":
-            return f"equal lengths, {self.model.decoder.config._attn_implementation}"
-        head = torch.empty(1, 1, 64, dtype=self.model.dtype, device=self.model.device)
-        return "packed, varlen" if uses_varlen(head) else "packed, sdpa by length"
+            self.attention_calls, self.attention = state.calls, f"packed, {state.path}"
 
     def _sink(self, array: int, layer: int, hidden: Tensor) -> None:
         assert self._slab is not None

@@ -43,6 +43,7 @@ class Parity:
     sentences: int
     worst_row: int
     worst_layer: str
+    attention: str
     not_packed_because: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def check_parity(model: FrozenModel, wanted: Wanted, rows: list[int], encoded: E
         if mode == "packed" and engine.attention_calls == 0:
             reason = f"{type(model.decoder).__name__} does not use transformers' attention interface"
             continue
-        parity = _compare(result, reference, rows, wanted, mode, LIMITS[model.dtype], reason)
+        parity = _compare(result, reference, rows, engine, LIMITS[model.dtype], reason)
         if parity.error <= parity.limit:
             return parity
         reason = f"packed sentences differ from single ones by {parity.error:.2e}"
@@ -151,8 +152,7 @@ def _compare(
     result: NDArray[np.float32],
     reference: NDArray[np.float32],
     rows: list[int],
-    wanted: Wanted,
-    mode: Mode,
+    engine: Engine,
     limit: float,
     reason: str | None,
 ) -> Parity:
@@ -161,4 +161,5 @@ def _compare(
     error = np.where(np.isfinite(error), error, np.inf)
     sentence, _, layer = np.unravel_index(int(error.argmax()), error.shape)
     worst = float(error.max())
-    return Parity(mode, worst, limit, len(rows), rows[int(sentence)], wanted.layers[int(layer)], reason)
+    name = engine.wanted.layers[int(layer)]
+    return Parity(engine.mode, worst, limit, len(rows), rows[int(sentence)], name, engine.attention, reason)

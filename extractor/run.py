@@ -1,6 +1,6 @@
 """The driver of one extraction: from a config to a complete store, or to what keeps it from becoming one.
 
-Order: resolve names → compare with the store that is there → one pass over the corpus → create → load the model and
+Order: resolve names → compare with the store that is there → load the model → one pass over the corpus → create →
 prove parity and token budget → the shards that are left → complete. Killed at any moment, the same config goes on.
 """
 
@@ -111,9 +111,11 @@ def _fill(plan: Plan, attributes: dict[str, Any], seconds: dict[str, float], sum
         check_space(store, layout, left)
         earlier = read_record(store, done[0])["machine"] if done else None
         sample = read_sample(store, attributes["check_rows"], layout.shard_rows)
+        with _timed(seconds, "load"):
+            _ = plan.loaded
         with _timed(seconds, "prove"):
             engine, parity, budget = load_engine(plan, sample, layout, earlier)
-        here = machine(plan.device, engine.attention_path(), budget)
+        here = machine(plan.device, parity.attention, budget)
         _compare_machines(earlier, here, plan.config.strict)
         record = {"machine": here, "parity": parity.as_dict()}
         worker = Worker(store, layout, plan.encoder, engine, budget, record)
@@ -156,18 +158,16 @@ def load_engine(
 
 
 def _existing(store: Path, meaning: dict[str, Any], config: ExtractConfig) -> dict[str, Any] | None:
-    """The attributes of a store to go on with; None where one must be created (and its place is free)."""
+    """The attributes of a store to go on with; None where one is to be created, in place of what is there."""
     if not store.exists() or not any(store.iterdir()):
         return None
     if not (store / "zarr.json").exists():
         foreign = [p.name for p in store.iterdir() if p.name.removesuffix(TEMP_SUFFIX) not in _OWN_NAMES]
         if foreign:
             raise InputError(f"{store} is not a store and not empty ({foreign[0]}, …): choose another --out")
-        _clear(store)  # an unfinished preparation: nothing was computed yet
-        return None
+        return None  # an unfinished preparation: nothing was computed yet
     attributes = read_attributes(store)
     if config.overwrite:
-        _clear(store)
         return None
     different = differences(attributes["meaning"], meaning)
     if different:
@@ -190,6 +190,7 @@ def _clear(store: Path) -> None:
 
 def _create(plan: Plan, meaning: dict[str, Any]) -> dict[str, Any]:
     """One pass over the corpus, then the metadata: from here on the store exists."""
+    _clear(plan.out)
     found = prepare(plan.corpus, plan.selection, plan.shard_rows, plan.out, plan.encoder.has_tokens)
     picked = np.unique(np.linspace(0, len(found.sample) - 1, min(CHECK_ROWS, len(found.sample))).astype(int))
     layout = plan.layout(found.rows)
@@ -299,7 +300,7 @@ def _cleared_on_failure(store: Path) -> Iterator[None]:
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
-    seconds[name] = time.perf_counter() - began
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 def _now() -> str:

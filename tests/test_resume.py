@@ -272,6 +272,17 @@ def test_overwrite_starts_anew(settings: Settings, tmp_path: Path) -> None:
     assert {p.name for p in (out / "activations" / "c").iterdir()} == {"0"}
 
 
+def test_a_refused_overwrite_leaves_the_old_store(settings: Settings, tmp_path: Path) -> None:
+    out = tmp_path / "s.zarr"
+    small = [*flags(settings, out), "--limit", "300", "--quiet"]
+    assert main(small) == 0
+    expected = numbers(out)
+    broken = tiny_models.save(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"not weights")
+    assert main([*flags(settings | {"model": str(broken)}, out), "--quiet", "--overwrite"]) == 3
+    assert numbers(out) == expected
+
+
 def begun(settings: Settings, out: Path) -> None:
     """A store with its second shard missing."""
     run(ExtractConfig(**settings, limit=700, out=str(out), quiet=True))
