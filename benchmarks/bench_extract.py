@@ -18,7 +18,7 @@ turns and the median counts. Exit code 1 where they do not agree.
 Cost: (1 + repeats) passes of each way; with the defaults about a minute on two cores. Memory: two arrays of
 rows × layers × width.
 
-    python benchmarks/bench_extract.py --data-dir ../shared/data
+    python benchmarks/bench_extract.py --data-dir DATA
 """
 
 from __future__ import annotations
