@@ -91,7 +91,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the files' contents (about a second a gigabyte), or the one the `datasets` library gives."""
+        """Of the files' contents (one read of them), or the one the `datasets` library gives."""
         if self.dataset is not None:
             return f"datasets:{self.dataset._fingerprint}"
         return fingerprint_files([reader.path for reader in self.readers])

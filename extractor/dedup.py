@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 DIGEST_BYTES = 16
 _MAX_LOAD = 0.7
-_REBUILD = 1 << 16  # digests put back at a time when the table grows; a million at once took 17 bytes a row more
+_REBUILD = 1 << 16  # digests put back at a time when the table grows; a million at once took 18 bytes a row more
 
 
 def digest(text: str) -> bytes:

@@ -42,11 +42,12 @@ class ModelFiles:
     folder: Path
     revision: str | None
     source: tuple[Path, ...]  # the files whose contents are the model's identity
+    known_fingerprint: str | None = None
 
     @cached_property
     def fingerprint(self) -> str:
         """Of the weights and the config: the same wherever the checkpoint lies and whatever it is called."""
-        return fingerprint_files(self.source)
+        return self.known_fingerprint or fingerprint_files(self.source)
 
     @cached_property
     def config(self) -> Any:
@@ -221,7 +222,8 @@ def _converted(name: str, gguf: Path) -> ModelFiles:
     """The GGUF file as an ordinary float32 checkpoint, from the cache or converted now."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = cache_folder() / "gguf" / fingerprint_files([gguf])
+    fingerprint = fingerprint_files([gguf])
+    folder = cache_folder() / "gguf" / fingerprint
     if not folder.is_dir():
         temp = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         temp.mkdir(parents=True)
@@ -242,4 +244,4 @@ def _converted(name: str, gguf: Path) -> ModelFiles:
                 raise
         finally:
             shutil.rmtree(temp, ignore_errors=True)
-    return ModelFiles(name, folder, None, (gguf,))
+    return ModelFiles(name, folder, None, (gguf,), fingerprint)

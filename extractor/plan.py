@@ -33,7 +33,7 @@ from permafrost.extractor.tokens import TextEncoder, template_fields
 from permafrost.extractor.transfer import TORCH_DTYPES
 
 DEFAULT_MAX_TOKENS = 512
-# 8,192 tokens keep two cores busy at every width tried; 65,536 fill an H200 (see benchmarks/NOTES.md).
+# 8,192 was measured (benchmarks/NOTES.md). 65,536 is not tuned: a batch never crosses a shard, and few shards reach it.
 DEFAULT_BUDGET = {"cpu": 8192, "cuda": 65536}
 PACKAGES = ("permafrost", "torch", "transformers", "tokenizers", "triton", "zarr", "numcodecs", "numpy", "pyarrow")
 
